@@ -142,7 +142,8 @@ def _calls(frame: FrameType, depth: int) -> list[_Call]:
     found: list[_Call] = []
     inner: FrameType | None = frame
     while inner is not None and len(found) < depth:
-        found.append(_Call(inner.f_code.co_filename, inner.f_lineno, inner.f_code.co_name))
+        line = inner.f_lineno or inner.f_code.co_firstlineno  # an instruction at the start of a function has no line
+        found.append(_Call(inner.f_code.co_filename, line, inner.f_code.co_name))
         inner = inner.f_back
     return found[::-1]
 

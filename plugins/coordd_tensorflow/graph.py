@@ -1,8 +1,8 @@
 """Calls Python functions on arrays from TensorFlow: immediately, or in the graph that is being traced.
 
-TensorFlow runs the operations of a function that have side effects in program order, one after the other. So all ranks,
-which trace the same program, wait for the same operation, and a function blocks at most one thread. Functions that run
-concurrently block one thread each.
+Operations that wait for other ranks run in program order, one after the other (`coordd_tensorflow.program_order`). So
+all ranks, which trace the same program, wait for the same operation, and a function blocks at most one thread.
+Functions that run concurrently block one thread each.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from coordd import api
 from coordd.errors import ArgumentError, CoorddError, PeerError, ShutdownError
 from coordd.ops.handles import call_site, called_from
 from coordd_tensorflow.as_horovod import as_raised
+from coordd_tensorflow.program_order import after_last_wait, note_wait
 from coordd_tensorflow.tensors import to_tensor, view
 from coordd_tensorflow.unfinished import functions_called
 
@@ -125,8 +126,10 @@ def call(
                 raise
 
     if waits:
-        found = tf.numpy_function(run, tensors, dtypes)
-        return list(found) if dtypes else []  # without dtypes it is an operation without results
+        with after_last_wait():
+            found = tf.numpy_function(run, tensors, dtypes)
+        note_wait(found[0].op if dtypes else found)  # without dtypes it is an operation without results
+        return list(found) if dtypes else []
     # Declared stateless, it does not wait for other stateful operations. TensorFlow would evaluate an operation with
     # only constant inputs once and reuse the result, so one input is a placeholder, which it does not know to be
     # constant.

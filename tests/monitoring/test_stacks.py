@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from types import FrameType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 
 import pytest
 
@@ -39,6 +39,15 @@ def test_the_stack_is_that_of_the_main_thread_innermost_last():
     assert told.last == "nothing yet"
     assert "in test_the_stack_is_that_of_the_main_thread_innermost_last: " in told.stack.splitlines()[-1]
     assert len(told.stack.splitlines()) == 8
+
+
+def test_a_frame_without_a_line_number_is_shown_with_the_first_line():
+    def look():
+        return places(1), account(0, None, 0.0)
+
+    code = look.__code__.replace(co_linetable=b"")  # as at some instructions of every function
+    (_, told) = FunctionType(code, globals())()
+    assert told.stack.endswith(f"{__file__}:{code.co_firstlineno} in look: def look():")
 
 
 def test_frames_of_coordd_itself_are_left_out_at_the_end():

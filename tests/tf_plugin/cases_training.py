@@ -256,6 +256,96 @@ def case_two_tapes_in_one_graph() -> None:
         same(two, [2.0 * gradient.numpy() for gradient in one])
 
 
+def slowed(tensor: tf.Tensor, seconds: tf.Tensor) -> tf.Tensor:
+    """The tensor, after a pause in which TensorFlow may run what does not depend on it."""
+
+    def wait(array: np.ndarray, pause: np.ndarray) -> np.ndarray:
+        time.sleep(float(pause))
+        return array
+
+    late = tf.numpy_function(wait, [tensor, seconds], tensor.dtype, stateful=False)
+    late.set_shape(tensor.shape)
+    return late
+
+
+def pauses() -> tf.Tensor:
+    """The first call is slow on rank 0, and the second one on rank 1."""
+    return tf.constant([0.05, 0.0] if cd.rank() == 0 else [0.0, 0.05])
+
+
+@ranks(2)
+def case_calls_of_one_function_stay_in_program_order() -> None:
+    """TensorFlow orders calls of functions only if they write the same variable; these only read one."""
+    factor = tf.Variable(2.0)
+
+    @tf.function
+    def mean(x: tf.Tensor, seconds: tf.Tensor) -> tf.Tensor:
+        return cd.allreduce(slowed(x, seconds) * factor)
+
+    @tf.function
+    def both(seconds: tf.Tensor) -> list[tf.Tensor]:
+        return [mean(tf.constant(1.0), seconds[0]), mean(tf.constant(10.0), seconds[1])]
+
+    for _ in range(5):
+        assert [float(found) for found in both(pauses())] == [2.0, 20.0]
+
+
+@ranks(2)
+def case_gradients_of_operations_of_one_function_stay_in_order() -> None:
+    """An eager tape differentiates a function in a graph in which TensorFlow orders nothing."""
+
+    def lagging(tensor: tf.Tensor, seconds: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def same_value(x: tf.Tensor) -> tuple[tf.Tensor, Any]:
+            return tf.identity(x), lambda upstream: slowed(upstream, seconds)
+
+        return same_value(tensor)
+
+    @tf.function
+    def loss_from(x: tf.Tensor, y: tf.Tensor, seconds: tf.Tensor) -> tf.Tensor:
+        one, two = cd.allreduce(x), cd.allreduce(y)
+        return lagging(one, seconds[0]) + 10.0 * lagging(two, seconds[1])
+
+    for _ in range(5):
+        x, y = tf.constant(1.0), tf.constant(2.0)
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch([x, y])
+            loss = loss_from(x, y, pauses())
+        assert [float(found) for found in tape.gradient(loss, [x, y])] == [1.0, 10.0]
+
+
+@ranks(2)
+def case_gradients_of_one_function_called_twice_stay_apart() -> None:
+    held = weights()
+
+    def tape_of(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.GradientTape, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = loss_of(held, x, y)
+        return tape, loss
+
+    @tf.function
+    def averaged(x: tf.Tensor, y: tf.Tensor, seconds: tf.Tensor) -> list[tf.Tensor]:
+        tape, loss = tape_of(slowed(x, seconds), y)
+        return cd.DistributedGradientTape(tape).gradient(loss, held)
+
+    @tf.function
+    def both(x: tf.Tensor, y: tf.Tensor, seconds: tf.Tensor) -> list[list[tf.Tensor]]:
+        return [averaged(x, y, seconds[0]), averaged(3.0 * x, y, seconds[1])]
+
+    def expected(scale: float) -> list[np.ndarray]:
+        each = []
+        for rank in range(cd.size()):
+            x, y = batch(rank)
+            tape, loss = tape_of(scale * x, y)
+            each.append(tape.gradient(loss, held))
+        return [np.mean(parts, 0) for parts in zip(*each, strict=True)]
+
+    for _ in range(5):
+        one, two = both(*batch(cd.rank()), pauses())
+        same([gradient.numpy() for gradient in one], expected(1.0))
+        same([gradient.numpy() for gradient in two], expected(3.0))
+
+
 def case_sparse_gradients() -> None:
     table = tf.Variable(np.arange(20.0).reshape(10, 2), name="table")
 
