@@ -89,6 +89,9 @@ class ExitWatch:
             if hasattr(module, name):  # Python without site has no exit and quit
                 setattr(module, name, self._leaving)
         atexit.register(self._end)
+        # Python calls this before it waits for threads, and before exit handlers, which may take long (an upload).
+        with contextlib.suppress(AttributeError, RuntimeError):  # another Python, or one that exits already
+            threading._register_atexit(self.verdict)  # type: ignore[attr-defined]  # noqa: SLF001 - it has no public name
 
     @property
     def told(self) -> str:

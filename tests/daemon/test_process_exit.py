@@ -310,6 +310,24 @@ def test_failing_ends_are_told_and_keep_their_exit_code(end, tmp_path):
     assert re.sub(rf"{file}:\d+", "SCRIPT", done.stdout).startswith(told)
 
 
+@pytest.mark.parametrize(
+    "end",
+    ["sys.exit(3)", "sys.excepthook = lambda *story: None; raise KeyError('lost')"],
+    ids=["an exit", "another hook"],
+)
+@pytest.mark.parametrize(
+    "busy",
+    ["atexit.register(print, 'busy')", "threading.Timer(0.2, print, ['busy']).start()"],
+    ids=["a handler", "a thread"],
+)
+def test_failing_ends_are_told_before_what_python_waits_for(end, busy):
+    """Handlers and threads may take minutes, such as for an upload; other ranks must not wait as long."""
+    _, printed = run(f"{busy}\n{end}")
+    told, *rest = printed.splitlines()
+    assert told.startswith("told: ")
+    assert rest == ["busy"]
+
+
 @pytest.mark.parametrize("end", QUIET)
 def test_other_ends_are_nobodys_business(end):
     script, code = QUIET[end]
