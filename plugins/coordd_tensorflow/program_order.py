@@ -9,6 +9,7 @@ resource, which every operation with side effects writes, and every call of a fu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -23,11 +24,9 @@ _LAST = "coordd_last_wait"
 
 
 class _Resource:
-    """The additional resource, with what TensorFlow asks a tensor for that is one."""
+    """The additional resource, with the attributes of a resource's tensor that TensorFlow reads."""
 
-    class op:  # noqa: N801 - an attribute of tensors
-        type = "CoorddProgramOrder"
-
+    op = SimpleNamespace(type="CoorddProgramOrder")
     _id = -1
 
 
@@ -84,7 +83,7 @@ def _definition(graph: Any, name: str) -> Any:
 
 
 def after_last_wait() -> Any:
-    """Returns a context whose operations run after the last one that waits in this graph.
+    """Returns a context: an operation created in it runs after the last operation of this graph that waits.
 
     Graphs of backward passes may not be ordered by TensorFlow at all.
     """
@@ -96,7 +95,7 @@ def note_wait(operation: Any) -> None:
     """Records the operation that waits; a function that contains it ends after it."""
     graph = operation.graph
     if not getattr(graph, "building_function", False):
-        return  # of a session, which runs only what it is asked for
+        return  # the graph of a session, which runs only the operations that the script fetches
     setattr(graph, _LAST, operation)
     if not graph._add_control_dependencies:  # noqa: SLF001 - otherwise TensorFlow adds it itself
         graph.control_outputs.append(operation)
