@@ -43,11 +43,14 @@ def test_the_stack_is_that_of_the_main_thread_innermost_last():
 
 def test_a_frame_without_a_line_number_is_shown_with_the_first_line():
     def look():
-        return places(1), account(0, None, 0.0)
+        try:
+            return account(0, None, 0.0).stack
+        except TypeError as error:  # pytest cannot show a traceback without line numbers
+            return repr(error)
 
     code = look.__code__.replace(co_linetable=b"")  # as at some instructions of every function
-    (_, told) = FunctionType(code, globals())()
-    assert told.stack.endswith(f"{__file__}:{code.co_firstlineno} in look: def look():")
+    told = FunctionType(code, globals())()
+    assert told.endswith(f"{__file__}:{code.co_firstlineno} in look: def look():")
 
 
 def test_frames_of_coordd_itself_are_left_out_at_the_end():
