@@ -53,6 +53,10 @@ class Differentiable(Protocol):
         """Returns the gradients of the arrays, given those of the results."""
         ...
 
+    def double_backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:
+        """Differentiates `backward`: returns the gradients of its inputs, given those of what it returned."""
+        ...
+
 
 class _Call:
     """Common base of the operations."""
@@ -133,21 +137,35 @@ class Allreduce(_Call):
         """Reduces the gradients, too."""
         return self._reduced(backward_names(self._names), gradients, **self._details)
 
+    def double_backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:  # noqa: ARG002 - nothing was kept
+        """Reduces these, too."""
+        return self._reduced(_twice(self._names), gradients, **self._details)
+
 
 class Allgather(_Call):
     """The gradient is this rank's rows of the averaged gradients."""
 
     def forward(self, *arrays: np.ndarray) -> tuple[Arrays, np.ndarray]:
-        """Gathers each array from all ranks; keeps the start and stop of this rank's rows."""
+        """Gathers each array from all ranks; keeps the start and stop of this rank's rows, and the number of all."""
         found = self._gathered(self._names, arrays)
         starts = [sizes[: self._place()].sum() for _, sizes in found]
         stops = [start + len(array) for start, array in zip(starts, arrays, strict=True)]
-        return tuple(rows for rows, _ in found), np.array([starts, stops], np.int64)
+        counts = [len(rows) for rows, _ in found]
+        return tuple(rows for rows, _ in found), np.array([starts, stops, counts], np.int64)
 
     def backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:
         """Averages the gradients and returns this rank's rows."""
         averaged = self._reduced(backward_names(self._names), gradients, op=ReduceOp.AVERAGE)
-        return tuple(rows[start:stop] for rows, start, stop in zip(averaged, *kept, strict=True))
+        return tuple(rows[start:stop] for rows, start, stop in zip(averaged, *kept[:2], strict=True))
+
+    def double_backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:
+        """Averages the gradients, each at this rank's rows."""
+        whole = [
+            np.zeros((count, *array.shape[1:]), array.dtype) for array, count in zip(gradients, kept[2], strict=True)
+        ]
+        for array, given, start, stop in zip(whole, gradients, *kept[:2], strict=True):
+            array[start:stop] = given
+        return self._reduced(_twice(self._names), whole, op=ReduceOp.AVERAGE)
 
 
 class Broadcast(_Call):
@@ -167,8 +185,15 @@ class Broadcast(_Call):
     def backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:  # noqa: ARG002 - nothing was kept
         """Averages the gradients for the root."""
         averaged = self._reduced(backward_names(self._names), gradients, op=ReduceOp.AVERAGE)
-        mine = self._source().daemon.world.rank == self._root
-        return averaged if mine else tuple(map(np.zeros_like, averaged))
+        return averaged if self._is_root() else tuple(map(np.zeros_like, averaged))
+
+    def double_backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:  # noqa: ARG002 - nothing was kept
+        """Averages the root's, because the other ranks had zeros."""
+        used = gradients if self._is_root() else tuple(map(np.zeros_like, gradients))
+        return self._reduced(_twice(self._names), used, op=ReduceOp.AVERAGE)
+
+    def _is_root(self) -> bool:
+        return self._source().daemon.world.rank == self._root
 
 
 class Alltoall(_Call):
@@ -201,6 +226,11 @@ class Alltoall(_Call):
             found[start : start + rows] = back[taken : taken + rows]
             taken += rows
         return (found,)
+
+    def double_backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:
+        """Sends rows like `forward`."""
+        ((rows, _),) = self._each(_twice(self._names), self._source().alltoall, gradients, splits=kept[0], land=_pair)
+        return (rows,)
 
 
 class Reducescatter(_Call):
@@ -237,6 +267,16 @@ class Reducescatter(_Call):
         found = self._gathered(backward_names(self._names), gradients)
         whole = [_whole(rows, sizes, count) for (rows, sizes), count in zip(found, kept, strict=True)]
         return tuple(array * np.array(factor, array.dtype) for array in whole)
+
+    def double_backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:  # noqa: ARG002 - not needed
+        """Reduces and scatters like `forward`: the rows of an allgather have the mean of all gradients."""
+        start = self._source().reducescatter
+        return tuple(self._each(_twice(self._names), start, gradients, op=self._op, **self._factors))
+
+
+def _twice(names: Names) -> Names:
+    """Returns the names of the operations of second derivatives."""
+    return backward_names(backward_names(names))
 
 
 def _whole(rows: np.ndarray, sizes: np.ndarray, count: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from coordd import api
 from coordd.ops.messages import ReduceOp
 from coordd.parallel.collective_calls import CollectiveCall, collective
 from coordd_keras.compression import Compression
@@ -30,7 +31,8 @@ def load_model(
 ) -> Any:
     """Loads a model like `keras.models.load_model`, and wraps its optimizer in a `DistributedOptimizer` again.
 
-    The file holds the plain optimizer, so give the settings of the `DistributedOptimizer` again.
+    All ranks call it. They wait for each other first, so that they find what rank 0 has saved before its own call. The
+    file holds the plain optimizer, so give the settings of the `DistributedOptimizer` again.
 
     Args:
         filepath: a file that ``model.save`` wrote.
@@ -46,6 +48,7 @@ def load_model(
         MismatchError: on all ranks, if they load different models or pass different settings.
         RefusedError: another rank raised an error in this call, for example because it does not find the file.
     """
+    api.barrier()
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)
     _call.lines += [f"{variable.path} {tuple(variable.shape)}" for variable in model.variables]

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from coordd.daemon.autograd_rules import Differentiable
+from coordd.errors import ArgumentError
 from coordd_tensorflow.graph import call
 
 __all__ = ["derived", "differentiable"]
@@ -43,16 +44,57 @@ def differentiable(
 
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             operation.check()
-            dense = [tf.convert_to_tensor(each) for each in upstream[:-1]]
-            found: list[tf.Tensor] = call(operation.backward, [kept, *dense], [value.dtype for value in values])
-            for each, value in zip(found, values, strict=True):
-                each.set_shape(value.shape)
-            return found
+            return _backward(operation, kept, upstream[:-1], values)
 
         return (*results, kept), gradient
 
     found: list[tf.Tensor] = list(run(*tensors))
     return found[:-1], found[-1]
+
+
+def _backward(
+    operation: Differentiable, kept: tf.Tensor, upstream: Sequence[Any], values: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Returns the gradients of the values, in such a way that an outer tape can differentiate them."""
+
+    @tf.custom_gradient
+    def run(*gradients: tf.Tensor) -> tuple[Any, Any]:
+        found = _called(operation.backward, kept, gradients, values)
+
+        def double(*outer: tf.Tensor) -> list[tf.Tensor]:
+            return _double_backward(operation, kept, outer, gradients)
+
+        return tuple(found), double
+
+    return list(run(*map(tf.convert_to_tensor, upstream)))
+
+
+def _double_backward(
+    operation: Differentiable, kept: tf.Tensor, upstream: Sequence[Any], values: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    @tf.custom_gradient
+    def run(*gradients: tf.Tensor) -> tuple[Any, Any]:
+        return tuple(_called(operation.double_backward, kept, gradients, values)), _refuse
+
+    return list(run(*map(tf.convert_to_tensor, upstream)))
+
+
+def _refuse(*_: tf.Tensor) -> Any:
+    text = "operations between ranks have no third derivatives here: compute them of a model on one rank"
+    raise ArgumentError(text)
+
+
+def _called(
+    function: Callable[..., Sequence[np.ndarray]],
+    kept: tf.Tensor,
+    gradients: Sequence[tf.Tensor],
+    values: Sequence[tf.Tensor],
+) -> list[tf.Tensor]:
+    """Calls a function that returns an array of the shape and type of each value."""
+    found: list[tf.Tensor] = call(function, [kept, *gradients], [value.dtype for value in values])
+    for each, value in zip(found, values, strict=True):
+        each.set_shape(value.shape)
+    return found
 
 
 def derived(

@@ -23,6 +23,7 @@ from coordd.gradients.consistency import Reading, Settings
 from coordd.gradients.reducer import Gradients, Parameter
 from coordd.gradients.settings import Choices
 from coordd.ops.dtypes import dtype_of
+from coordd.ops.process_sets import ProcessSet
 from coordd_tensorflow.differentiable import derived
 from coordd_tensorflow.graph import call, place_in_graph
 from coordd_tensorflow.operations import allreduce, grouped_allreduce
@@ -132,6 +133,8 @@ class Exchange:
                 name=f"{prefix}sparse.{name}{variables[index].shape}",
                 process_set=self._choices.process_set,
             )
+            if settings is None:
+                slices = _derived_slices(slices, self._choices.process_set)
             found[index] = slices if wanted == "ignore" else checked_finite(slices, name, wanted)
         return found
 
@@ -150,6 +153,21 @@ class Exchange:
             upstream, op=self._choices.op, process_set=self._choices.process_set
         )
         return reduced
+
+
+def _derived_slices(slices: tf.IndexedSlices, process_set: ProcessSet) -> tf.IndexedSlices:
+    """Lets an outer tape differentiate through the reduction of slices as through that of a dense gradient.
+
+    The gradient of an allgather is the mean over the ranks; that of a sum is the sum, and that of an average, whose
+    values are divided by the number of ranks, is the mean.
+    """
+    members = process_set.count(api.size())
+
+    @tf.custom_gradient
+    def run(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return tf.identity(values), lambda upstream: upstream * tf.cast(members, upstream.dtype)
+
+    return tf.IndexedSlices(run(slices.values), slices.indices, slices.dense_shape)
 
 
 _of_tapes: dict[Hashable, Prefix] = {}
@@ -174,7 +192,7 @@ class _Way:
         self._source = api.source()
         self._lock = threading.Lock()
         # Chosen here, so that prefixes follow program order on all ranks, inside or outside the process set.
-        self._made = Prefix(_prefix(self._source(), key, prefix), self._source().session)
+        self._made = _prefix(self._source(), key, prefix)
 
     @property
     def gradients(self) -> Gradients:
@@ -183,7 +201,7 @@ class _Way:
         with self._lock:
             found: Gradients | None = memo.get(self._key)
             if found is None:
-                prefix = memo.setdefault((self._key, "prefix"), self._made.within(self._source()))
+                prefix = memo.setdefault((self._key, "prefix"), self._made).within(self._source())
                 found = Gradients(self._source(), self._parameters, self._choices, prefix=prefix, reading=self._reading)
                 memo[self._key] = found
         found.serve(self._parameters, self._reading)
@@ -231,23 +249,22 @@ class _Way:
         return wait
 
 
-def _prefix(operations: Operations, key: Hashable, prefix: Prefix | None) -> str:
+def _prefix(operations: Operations, key: Hashable, prefix: Prefix | None) -> Prefix:
     """Returns the prefix for a key: a new one, or the optimizer's, with a number from its second key on.
 
     A key of tapes of an earlier session keeps its prefix, because one rank alone may trace their function again.
     """
     memo = operations.memo
-    if (found := memo.get((key, "prefix"))) is None:
-        if prefix is None and key in _of_tapes:
-            found = _of_tapes[key].within(operations)
-        elif prefix is None:
-            found = operations.namespace(anew=False)  # one rank alone may know the key from before a deadlock
-            _of_tapes[key] = Prefix(found, operations.session)
-        else:
+    found: Prefix | None = memo.get((key, "prefix"))
+    if found is None:
+        if prefix is not None:
             number = memo[prefix, "ways"] = memo.get((prefix, "ways"), -1) + 1
-            found = prefix.within(operations) + (f"{number}." if number else "")
+            found = Prefix(prefix.text + (f"{number}." if number else ""), prefix.session)
+        elif (found := _of_tapes.get(key)) is None:
+            text = operations.namespace(anew=False)  # one rank alone may know the key from before a deadlock
+            found = _of_tapes[key] = Prefix(text, operations.session)
         memo[key, "prefix"] = found
-    return str(found)
+    return found
 
 
 class _Dense:

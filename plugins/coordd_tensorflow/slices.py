@@ -98,6 +98,10 @@ class _Joining(Allgather):
         """Averages the gradients of the values and returns this rank's rows."""
         return super().backward(kept[:2, None], *gradients)
 
+    def double_backward(self, kept: np.ndarray, *gradients: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Averages the gradients, at this rank's rows of the values of all ranks."""
+        return super().double_backward(np.array([*kept[:2], len(kept) - 2])[:, None], *gradients)
+
 
 @refusable(Kind.ALLREDUCE, announces=True)
 def _gathered(

@@ -208,6 +208,19 @@ def case_models_are_saved_and_loaded() -> None:
         np.testing.assert_allclose(theirs[0], everyones[0][0], rtol=1e-5, atol=1e-6)
 
 
+def case_a_model_is_loaded_after_it_has_been_saved() -> None:
+    """Rank 0 saves it only when the other ranks are about to load it."""
+    folder = Path(cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None))
+    found = together(cd.DistributedOptimizer(keras.optimizers.Adam(0.01)), 2)
+    (folder / f"{cd.rank()}.ready").touch()
+    if cd.rank() == 0:
+        while len(list(folder.glob("*.ready"))) < cd.size():
+            pass
+        found.save(folder / "model.keras")
+    again = cd.load_model(folder / "model.keras")
+    same(again, found, 1e-6)
+
+
 def case_a_loaded_model_accumulates_as_before() -> None:
     """The file holds the plain optimizer, so saving says what `load_model` must be given again."""
     folder = Path(cd.broadcast_object(tempfile.mkdtemp() if cd.rank() == 0 else None))

@@ -247,6 +247,65 @@ def case_reducescatter_sends_all_rows_gradients_back() -> None:
             close(run(tf.zeros(rows)), (owners * factor).astype("float32"))
 
 
+def twice(operation, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The gradient of the sum of cubes of an operation's result, and the gradient of the sum of its squares."""
+    with tf.GradientTape() as outer:
+        outer.watch(tensor)
+        with tf.GradientTape() as inner:
+            inner.watch(tensor)
+            value = tf.reduce_sum(operation(tensor) ** 3)
+        gradient = inner.gradient(value, tensor)
+        penalty = tf.reduce_sum(gradient**2)
+    return gradient, outer.gradient(penalty, tensor)
+
+
+@ranks(1, 2, 4)
+def case_operations_have_second_derivatives() -> None:
+    """All ranks have equal tensors, so an operation that hands them on is as good as none."""
+    size, some = cd.size(), tf.constant([2.0, -1.0, 0.5, 3.0], tf.float64)
+    whole = {
+        "allreduce": lambda tensor: cd.allreduce(tensor, name="d.reduced"),
+        "sum": lambda tensor: cd.allreduce(tensor, op=cd.Sum, postscale_factor=1 / size),
+        "group": lambda tensor: cd.grouped_allreduce([tensor, tensor], name="d.group")[0],
+        "alltoall": lambda tensor: cd.alltoall(tensor, name="d.alltoall"),
+    }
+    expected = twice(lambda tensor: tensor, some)
+    for operation in whole.values():
+        for run in ways(lambda tensor, operation=operation: twice(operation, tensor)):
+            for found, wanted in zip(run(some), expected, strict=True):
+                close(found, wanted.numpy())
+
+
+@ranks(1, 2, 4)
+def case_second_derivatives_follow_the_rules_of_the_first() -> None:
+    """The gradient of an allgather is a mean; that of a broadcast is a mean, at the root."""
+    size, at_root = cd.size(), float(cd.rank() == 0)
+    some = tf.constant(np.arange(1.0, 5.0))
+    first, second = 3 * some.numpy() ** 2, 36 * some.numpy() ** 3
+    found = [
+        (lambda tensor: tf.split(cd.allgather(tensor), size)[0], at_root, at_root / size),
+        (lambda tensor: cd.broadcast(tensor, 0), at_root, at_root / size),
+        (lambda tensor: cd.reducescatter(tf.concat([tensor] * size, 0)), float(size), float(size) ** 2),
+    ]
+    for operation, once, again in found:
+        for run in ways(lambda tensor, operation=operation: twice(operation, tensor)):
+            gradient, penalty = run(some)
+            close(gradient, first * once)
+            close(penalty, second * again)
+
+
+def case_third_derivatives_are_refused() -> None:
+    def thrice(tensor):
+        with tf.GradientTape() as tape:
+            tape.watch(tensor)
+            _, second = twice(lambda each: cd.allreduce(each, name="third"), tensor)
+        return tape.gradient(second, tensor)
+
+    for run in ways(thrice):
+        with pytest.raises(cd.ArgumentError, match="have no third derivatives here"):
+            run(tf.constant([1.0, 2.0]))
+
+
 @ranks(1, 2, 4)
 def case_gradients_of_every_float_type() -> None:
     for dtype in FLOATS:

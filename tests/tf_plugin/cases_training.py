@@ -196,6 +196,34 @@ def case_a_tape_around_another_one_goes_through_its_reduction() -> None:
         same(way(*batch(cd.rank())), wanted)
 
 
+def case_a_tape_around_another_one_goes_through_joined_slices() -> None:
+    """As through dense gradients: those of one process with the rows of all ranks."""
+    table = tf.Variable(np.random.default_rng(3).normal(size=(5, 2)))
+    rows = [tf.constant([rank % 5, 2]) for rank in range(cd.size())]
+
+    def penalised(mine: list[tf.Tensor], wrap: Any, op: Any) -> tf.Tensor:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = sum(tf.reduce_sum(tf.gather(table, each) ** 3) for each in mine) / len(mine)
+            first = tf.convert_to_tensor(wrap(inner).gradient(loss, table))
+            penalty = tf.reduce_sum(first**2)
+        found = tf.convert_to_tensor(outer.gradient(penalty, table))
+        return found if wrap is plain else cd.allreduce(found, op=op)
+
+    def plain(tape: Any) -> Any:
+        return tape
+
+    for op, factor in ((cd.Average, 1), (cd.Sum, cd.size())):  # of a penalty on the sum
+        wanted = penalised(rows, plain, op) * factor**2 * (factor if op is cd.Sum else 1)
+        for sparse_as_dense in (False, True):
+
+            def wrap(tape: Any, op: Any = op, sparse_as_dense: bool = sparse_as_dense) -> Any:
+                return cd.DistributedGradientTape(tape, op=op, sparse_as_dense=sparse_as_dense)
+
+            for way in ways(lambda mine, wrap=wrap, op=op: penalised([mine], wrap, op)):
+                same([way(rows[cd.rank()])], [wanted])
+
+
 def case_second_derivatives_of_complex_variables_are_those_of_one_process() -> None:
     def gradients(held: list[tf.Variable], x: tf.Tensor, wrap: Any) -> list[tf.Tensor]:
         with tf.GradientTape() as outer:
