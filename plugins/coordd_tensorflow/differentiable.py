@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import record
 
 from coordd.daemon.autograd_rules import Differentiable
 from coordd.errors import ArgumentError
@@ -18,7 +20,7 @@ __all__ = ["derived", "differentiable"]
 def differentiable(
     operation: Differentiable, tensors: Sequence[tf.Tensor], extras: Sequence[tf.Tensor] = ()
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Runs an operation so that gradients flow back through it.
+    """Runs an operation so that gradients flow back through it, and gradients of these gradients.
 
     Args:
         operation: the operation.
@@ -33,68 +35,99 @@ def differentiable(
         results, kept = operation.forward(*arrays)
         return [*results, kept]
 
-    @tf.custom_gradient
-    def run(*values: tf.Tensor) -> tuple[Any, Any]:
-        *results, kept = call(forward, [*values, *extras], [*(value.dtype for value in values), tf.int64])
-        for result, value in zip(results, values, strict=True):
-            if not operation.ragged:
-                result.set_shape(value.shape)
-            elif value.shape.rank is not None:
-                result.set_shape([None, *value.shape[1:]])
+    def rule(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], upstream: Sequence[Any]) -> list[Any]:
+        operation.check()
+        values = inputs[: len(tensors)]
+        found = _backward(operation, outputs[-1], _present(upstream[:-1], outputs), values)
+        return [*found, *([None] * len(extras))]
 
-        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            operation.check()
-            return _backward(operation, kept, upstream[:-1], values)
-
-        return (*results, kept), gradient
-
-    found: list[tf.Tensor] = list(run(*tensors))
-    return found[:-1], found[-1]
+    *results, kept = _recorded(forward, [*tensors, *extras], [*(each.dtype for each in tensors), tf.int64], rule)
+    for result, value in zip(results, tensors, strict=True):
+        if not operation.ragged:
+            result.set_shape(value.shape)
+        elif value.shape.rank is not None:
+            result.set_shape([None, *value.shape[1:]])
+    return results, kept
 
 
 def _backward(
-    operation: Differentiable, kept: tf.Tensor, upstream: Sequence[Any], values: Sequence[tf.Tensor]
+    operation: Differentiable, kept: tf.Tensor, gradients: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Returns the gradients of the values, in such a way that an outer tape can differentiate them."""
+    def rule(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], upstream: Sequence[Any]) -> list[Any]:
+        return [None, *_double_backward(operation, inputs[0], _present(upstream, outputs), inputs[1:])]
 
-    @tf.custom_gradient
-    def run(*gradients: tf.Tensor) -> tuple[Any, Any]:
-        found = _called(operation.backward, kept, gradients, values)
-
-        def double(*outer: tf.Tensor) -> list[tf.Tensor]:
-            return _double_backward(operation, kept, outer, gradients)
-
-        return tuple(found), double
-
-    return list(run(*map(tf.convert_to_tensor, upstream)))
+    return _shaped(_recorded(operation.backward, [kept, *gradients], [each.dtype for each in values], rule), values)
 
 
 def _double_backward(
-    operation: Differentiable, kept: tf.Tensor, upstream: Sequence[Any], values: Sequence[tf.Tensor]
+    operation: Differentiable, kept: tf.Tensor, gradients: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    @tf.custom_gradient
-    def run(*gradients: tf.Tensor) -> tuple[Any, Any]:
-        return tuple(_called(operation.double_backward, kept, gradients, values)), _refuse
-
-    return list(run(*map(tf.convert_to_tensor, upstream)))
+    found = _recorded(operation.double_backward, [kept, *gradients], [each.dtype for each in values], _third)
+    return _shaped(found, values)
 
 
-def _refuse(*_: tf.Tensor) -> Any:
-    text = "operations between ranks have no third derivatives here: compute them of a model on one rank"
-    raise ArgumentError(text)
+def _third(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], upstream: Sequence[Any]) -> list[Any]:
+    """Refuses a third derivative that is not zero; TensorFlow asks for more derivatives of a function than it uses."""
+
+    def refuse(*arrays: np.ndarray) -> list[np.ndarray]:
+        if any(array.any() for array in arrays[len(inputs) :]):
+            text = "operations between ranks have no third derivatives here: compute them of a model on one rank"
+            raise ArgumentError(text)
+        return [np.zeros_like(array) for array in arrays[1 : len(inputs)]]
+
+    given = [*inputs, *_present(upstream, outputs)]
+    return [None, *call(refuse, given, [each.dtype for each in inputs[1:]], waits=False)]
 
 
-def _called(
-    function: Callable[..., Sequence[np.ndarray]],
-    kept: tf.Tensor,
-    gradients: Sequence[tf.Tensor],
-    values: Sequence[tf.Tensor],
-) -> list[tf.Tensor]:
-    """Calls a function that returns an array of the shape and type of each value."""
-    found: list[tf.Tensor] = call(function, [kept, *gradients], [value.dtype for value in values])
+def _present(upstream: Sequence[Any], outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns upstream gradients as dense tensors: zeros where there is none."""
+    return [
+        tf.zeros_like(output) if each is None else tf.convert_to_tensor(each)
+        for each, output in zip(upstream, outputs, strict=False)
+    ]
+
+
+def _shaped(found: list[tf.Tensor], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for each, value in zip(found, values, strict=True):
         each.set_shape(value.shape)
     return found
+
+
+def _recorded(
+    function: Callable[..., Sequence[np.ndarray]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], rule: Any
+) -> list[tf.Tensor]:
+    """Calls a function on arrays, and records how its results are differentiated.
+
+    In a graph the rule belongs to the operation that calls the function. So it has the operation's own inputs and
+    outputs, wherever TensorFlow builds the gradient: custom gradients inside custom gradients fail in called graphs.
+    """
+    if tf.executing_eagerly():
+        return _recorded_eagerly(function, inputs, dtypes, rule)
+    name = f"coordd.{next(_NUMBERS)}"
+    tf.RegisterGradient(name)(lambda op, *upstream: rule([*op.inputs], [*op.outputs], upstream))
+    with record.stop_recording(), tf.compat.v1.get_default_graph().gradient_override_map({"PyFunc": name}):
+        found = call(function, inputs, dtypes)
+    record.record_operation(name, found, [*inputs], lambda *upstream: rule(inputs, found, upstream))  # for tapes
+    return found
+
+
+def _recorded_eagerly(
+    function: Callable[..., Sequence[np.ndarray]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], rule: Any
+) -> list[tf.Tensor]:
+    @tf.custom_gradient
+    def run(*given: tf.Tensor) -> tuple[Any, Any]:
+        found = call(function, given, dtypes)
+
+        def gradient(*upstream: Any) -> list[Any]:
+            gradients: list[Any] = rule(given, found, upstream)
+            return gradients
+
+        return tuple(found), gradient
+
+    return list(run(*inputs))
+
+
+_NUMBERS = itertools.count()
 
 
 def derived(
