@@ -98,16 +98,26 @@ def _recorded(
 ) -> list[tf.Tensor]:
     """Calls a function on arrays, and records how its results are differentiated.
 
-    In a graph the rule belongs to the operation that calls the function. So it has the operation's own inputs and
-    outputs, wherever TensorFlow builds the gradient: custom gradients inside custom gradients fail in called graphs.
+    In a graph the rule gets the inputs of an operation that passes on the results and the inputs of the call. So it has
+    them wherever TensorFlow builds the gradient: custom gradients inside custom gradients fail in called graphs.
     """
     if tf.executing_eagerly():
         return _recorded_eagerly(function, inputs, dtypes, rule)
-    name = f"coordd.{next(_NUMBERS)}"
-    tf.RegisterGradient(name)(lambda op, *upstream: rule([*op.inputs], [*op.outputs], upstream))
-    with record.stop_recording(), tf.compat.v1.get_default_graph().gradient_override_map({"PyFunc": name}):
-        found = call(function, inputs, dtypes)
-    record.record_operation(name, found, [*inputs], lambda *upstream: rule(inputs, found, upstream))  # for tapes
+    given, name, count = [*inputs], f"coordd.{next(_NUMBERS)}", len(dtypes)
+
+    @tf.RegisterGradient(name)
+    @tf.autograph.experimental.do_not_convert
+    def gradient(passing: Any, *upstream: Any) -> list[Any]:
+        if passing is None:  # the function is being saved
+            return [*([None] * count), *rule(given, called, upstream[:count])]
+        tensors = [*passing.inputs]
+        return [*([None] * count), *rule(tensors[count:], tensors[:count], upstream[:count])]
+
+    with record.stop_recording():
+        called = call(function, given, dtypes)
+        with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": name}):
+            found: list[tf.Tensor] = tf.identity_n([*called, *given])[:count]
+    record.record_operation(name, found, given, lambda *upstream: rule(given, called, upstream))  # for tapes
     return found
 
 

@@ -1,5 +1,7 @@
 """Every operation, at once and in a graph: values, gradients, errors."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -276,6 +278,42 @@ def case_operations_have_second_derivatives() -> None:
                 close(found, wanted.numpy())
 
 
+def in_called_graphs(operation) -> list[Any]:
+    """An operation in a graph that is called, in a branch and in a loop: its tapes are outside."""
+
+    def branch(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.cond(tf.reduce_sum(tensor) > 0, lambda: operation(tensor), lambda: tensor)
+
+    def loop(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.while_loop(lambda at, _: at < 2, lambda at, each: (at + 1, operation(each)), (0, tensor))[1]
+
+    return [graph(operation), branch, graph(branch), loop, graph(loop)]
+
+
+@ranks(2)
+def case_operations_in_called_graphs_have_second_derivatives() -> None:
+    some = tf.constant([2.0, -1.0, 0.5, 3.0], tf.float64)
+    expected = twice(lambda tensor: tensor, some)
+    for operation in (cd.allreduce, lambda tensor: cd.grouped_allreduce([tensor, tensor])[1], cd.alltoall):
+        for called in in_called_graphs(operation):
+            for run in ways(lambda tensor, called=called: twice(called, tensor)):
+                for found, wanted in zip(run(some), expected, strict=True):
+                    close(found, wanted.numpy())
+
+
+@ranks(2)
+def case_an_outer_tape_may_ask_for_a_first_derivative_alone() -> None:
+    some = tf.constant([2.0, -1.0, 0.5, 3.0], tf.float64)
+    for called in in_called_graphs(cd.allreduce):
+        with tf.GradientTape() as outer:
+            outer.watch(some)
+            with tf.GradientTape() as inner:
+                inner.watch(some)
+                value = tf.reduce_sum(called(some) ** 3)
+            inner.gradient(value, some)
+        close(outer.gradient(value, some), 3 * some.numpy() ** 2)
+
+
 @ranks(1, 2, 4)
 def case_second_derivatives_follow_the_rules_of_the_first() -> None:
     """The gradient of an allgather is a mean; that of a broadcast is a mean, at the root."""
@@ -301,9 +339,10 @@ def case_third_derivatives_are_refused() -> None:
             _, second = twice(lambda each: cd.allreduce(each, name="third"), tensor)
         return tape.gradient(second, tensor)
 
-    for run in ways(thrice):
-        with pytest.raises(cd.ArgumentError, match="have no third derivatives here"):
-            run(tf.constant([1.0, 2.0]))
+    with pytest.raises(cd.ArgumentError, match="have no third derivatives here"):
+        thrice(tf.constant([1.0, 2.0]))
+    with pytest.raises(tf.errors.OpError, match="have no third derivatives here"):
+        graph(thrice)(tf.constant([1.0, 2.0]))
 
 
 @ranks(1, 2, 4)
