@@ -138,7 +138,7 @@ class Allreduce(_Call):
         return self._reduced(backward_names(self._names), gradients, **self._details)
 
     def double_backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:  # noqa: ARG002 - nothing was kept
-        """Reduces these, too."""
+        """Reduces the given gradients likewise."""
         return self._reduced(_twice(self._names), gradients, **self._details)
 
 
@@ -268,7 +268,7 @@ class Reducescatter(_Call):
         whole = [_whole(rows, sizes, count) for (rows, sizes), count in zip(found, kept, strict=True)]
         return tuple(array * np.array(factor, array.dtype) for array in whole)
 
-    def double_backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:  # noqa: ARG002 - not needed
+    def double_backward(self, kept: np.ndarray, *gradients: np.ndarray) -> Arrays:  # noqa: ARG002 - the number of rows is that of the gradients
         """Reduces and scatters like `forward`: the rows of an allgather have the mean of all gradients."""
         start = self._source().reducescatter
         return tuple(self._each(_twice(self._names), start, gradients, op=self._op, **self._factors))

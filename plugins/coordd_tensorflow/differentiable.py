@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
+from tensorflow.python.framework import ops
 
 from coordd.daemon.autograd_rules import Differentiable
 from coordd.errors import ArgumentError
@@ -103,7 +103,7 @@ def _recorded(
     """
     if tf.executing_eagerly():
         return _recorded_eagerly(function, inputs, dtypes, rule)
-    given, name, count = [*inputs], f"coordd.{next(_NUMBERS)}", len(dtypes)
+    given, name, count = [*inputs], f"coordd.{ops.uid()}", len(dtypes)
 
     @tf.RegisterGradient(name)
     @tf.autograph.experimental.do_not_convert
@@ -135,9 +135,6 @@ def _recorded_eagerly(
         return tuple(found), gradient
 
     return list(run(*inputs))
-
-
-_NUMBERS = itertools.count()
 
 
 def derived(

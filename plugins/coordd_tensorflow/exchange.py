@@ -158,8 +158,9 @@ class Exchange:
 def _derived_slices(slices: tf.IndexedSlices, process_set: ProcessSet) -> tf.IndexedSlices:
     """Lets an outer tape differentiate through the reduction of slices as through that of a dense gradient.
 
-    The gradient of an allgather is the mean over the ranks; that of a sum is the sum, and that of an average, whose
-    values are divided by the number of ranks, is the mean.
+    The slices come from an allgather, and its gradient is the mean over the ranks. Dense gradients have the sum there
+    for `Sum`, and the mean for `Average`, of which the slices are already divided by the number of ranks. So both
+    need a factor of that number.
     """
     members = process_set.count(api.size())
 
