@@ -1,5 +1,6 @@
 """Every operation, at once and in a graph: values, gradients, errors."""
 
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -335,6 +336,22 @@ def case_second_derivatives_follow_the_rules_of_the_first() -> None:
             gradient, penalty = run(some)
             close(gradient, first * once)
             close(penalty, second * again)
+
+
+@ranks(2)
+def case_saved_functions_keep_their_gradients() -> None:
+    some = tf.constant([2.0, -1.0, 0.5, 3.0], tf.float64)
+    module = tf.Module()
+    module.reduced = tf.function(
+        lambda tensor: cd.allreduce(tensor) ** 3, input_signature=[tf.TensorSpec(4, tf.float64)]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        tf.saved_model.save(module, folder)
+        loaded = tf.saved_model.load(folder)
+        with tf.GradientTape() as tape:
+            tape.watch(some)
+            value = tf.reduce_sum(loaded.reduced(some))
+        close(tape.gradient(value, some), 3 * some.numpy() ** 2)
 
 
 def case_third_derivatives_are_refused() -> None:
